@@ -1136,7 +1136,8 @@ def test_other_figures_of_a_device_are_taken_or_refused(
     assert rows[1]["seconds"] == pytest.approx(16 * rows[0]["seconds"])
     for figure, message in (
         ("network", "--figure network: expected a name and a number, such as network=50e9"),
-        ("speed=3", "figures has 'speed': 3.0: expected a number above 0 for 'flops'"),
+        ("speed=3", "figures has 'speed': expected 'flops', 'link' or 'network'\n"),
+        ("netwrk=5e9", "figures has 'netwrk': expected 'flops', 'link' or 'network'; did you mean"),
         ("link=-1", "figures has 'link': -1.0: expected a number above 0"),
     ):
         assert plan([*wanted.split(), "--figure", figure]) == 2

@@ -14,6 +14,7 @@ from fixtures import run_file
 from torch import Tensor, nn
 
 from stratagem import Trainer
+from stratagem.errors import ConfigurationError
 
 SCRIPT = Path(__file__).parent / "scripts/planned_memory.py"
 
@@ -164,6 +165,48 @@ def test_layers_that_are_computed_again_are_extrapolated_on_a_mesh(
         simulation.SimulatedModel, "_few", lambda model, stack, layers, limits: layers
     )
     assert some == pytest.approx(total(), rel=0.01)
+
+
+def test_a_pipeline_that_training_refuses_is_refused_by_the_plan() -> None:
+    from stratagem import plan_memory
+
+    class Decides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            for layer in self.layers:
+                hidden = layer(hidden) if hidden.sum() > 0 else layer(2 * hidden)
+            return hidden
+
+    plan = plan_memory(
+        Decides,
+        torch.zeros(2, 8),
+        devices=2,
+        device="A10",
+        strategies=["mesh(pipeline=2)", "mesh"],
+        accumulate_grad_batches=4,
+    )
+    rows = {row.name: row for row in plan.strategies}
+    assert "reads a value of stage 0" in rows["mesh(pipeline=2)"].why_not
+    assert "cannot follow what user code decides by it" in rows["mesh(pipeline=2)"].why_not
+    assert any("no pipeline: " in said for said in rows["mesh"].reasons)
+    assert rows["mesh"].fits
+
+
+def test_a_misspelled_argument_is_refused_before_the_model_is_built() -> None:
+    from stratagem import plan_memory
+
+    def build() -> nn.Module:
+        raise AssertionError("the model was built")
+
+    for text, message in (
+        ("mesh(pipelne=2)", r"MeshStrategy\(pipelne=2\): unknown; expected some of "),
+        ("mesh(pipeline=0)", "pipeline=0"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            plan_memory(build, torch.zeros(1), devices=2, strategies=[text])
 
 
 def test_copies_of_a_divided_model_are_simulated() -> None:

@@ -100,7 +100,10 @@ def test_a_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ("options", "message"),
     [
         (("--schedule", "interleaved", "--virtual-stages", "1"), "Write virtual_stages=2"),
-        (("--virtual-stages", "2"), 'Write schedule="interleaved", or virtual_stages=1'),
+        (
+            ("--schedule", "gpipe", "--virtual-stages", "2"),
+            'Write schedule="interleaved", or virtual_stages=1',
+        ),
         (("--schedule", "zb"), "argument --schedule: invalid choice: 'zb'"),
         (("--micro-batches", "0"), "expected a whole number of at least 1, received '0'"),
         (
@@ -116,6 +119,15 @@ def test_wrong_arguments_are_refused(
         run(("--pipeline", "2", "--micro-batches", "4", *options))
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_several_stages_on_a_rank_are_interleaved(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--pipeline", "2", "--micro-batches", "4", "--virtual-stages", "3")
+    assert run(sizes) == 0
+    drawn = capsys.readouterr().out
+    assert "In flight at most, from the first rank to the last: 2.33, 1.67 micro-batches" in drawn
+    assert run((*sizes, "--schedule", "interleaved")) == 0
+    assert capsys.readouterr().out == drawn
 
 
 def test_a_path_that_cannot_be_written_is_an_error(

@@ -67,6 +67,7 @@ class Job:
     operations: float = 4e14
     micro_batches: int = 1
     parts: Sequence[Any] = ()
+    converted: int = 0
     model: nn.Module = field(default_factory=Model)
     named: Sequence[Mapping[str, Any]] = ()
     calls: list[dict[str, int]] = field(default_factory=list)
@@ -376,6 +377,15 @@ def test_proposals_have_the_stages_of_training_where_a_plan_counts_other_operati
     for count in (2, 4):
         names = [parts[stage.parts.start].name for stage in profile.stages(count)]
         assert names == ["embedding", *find_stages(job.model, count).cuts]
+
+
+def test_a_pipeline_holds_the_converted_inputs_of_all_micro_batches() -> None:
+    sizes = Sizes(pipeline=4, shard=8)
+    options: dict[str, Any] = {"num_nodes": 4, "micro_batches": 8, "refused": NO_CONTEXT}
+    profile, _ = measure(OfBlocks(**options))
+    more, _ = measure(OfBlocks(converted=GIB, **options))
+    held = [sum(each.memory(sizes).values()) for each in (profile, more)]
+    assert held[1] - held[0] == 7 * GIB  # a step without a pipeline counts those of one
 
 
 def test_a_weight_that_stages_share_is_whole_on_each() -> None:

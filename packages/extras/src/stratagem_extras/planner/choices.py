@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,8 @@ from stratagem.discovery import StrategySpec, get_registry
 from stratagem.errors import ConfigurationError
 from stratagem_extras.planner.devices import Device
 from stratagem_extras.planner.modules import ModuleMemory
+
+_log = logging.getLogger(__name__)
 
 _CALL = re.compile(r"\s*([^\s()]+)\s*(\(.*\))\s*", re.DOTALL)
 _MOST_CANDIDATES = 12
@@ -76,6 +79,7 @@ class SizesJob:
         micro_batches: of a step.
         model: the model without values.
         parts: the parts of the model in the order of calls.
+        converted: bytes of the tensors of a micro-batch that the precision converts, afterwards.
         named: arguments of the class that the user names, whose rows need a time too.
         simulate: returns the moments of a step for each of some arguments, on numbers of devices
             and nodes, or why the strategy refuses the arguments.
@@ -90,6 +94,7 @@ class SizesJob:
     micro_batches: int
     model: nn.Module
     parts: Sequence[ModuleMemory]
+    converted: int
     named: Sequence[Mapping[str, Any]]
     simulate: Callable[[Sequence[Mapping[str, int]], int, int], Sequence[Any]]
     refusal: Callable[[Mapping[str, int], int, int], str]
@@ -143,6 +148,24 @@ def chosen(text: str) -> Choice:
     name, arguments = parse_strategy(text)
     spec: Any = get_registry().find("strategy", name).spec
     return with_arguments(Choice(spec), arguments or {})
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Check the names of strategies and the arguments of their classes, before a model is built.
+
+    Raises:
+        UnknownNameError: a strategy is not installed.
+        ConfigurationError: as `parse_strategy`; or the class refuses the arguments.
+    """
+    for text in names:
+        choice = chosen(text)
+        if choice.arguments:
+            try:
+                choice.spec.build()
+            except ConfigurationError:
+                raise
+            except Exception as error:  # such as a package that is missing, which its row says
+                _log.debug("%s cannot be built: %s", text, error)
 
 
 def with_arguments(choice: Choice, arguments: Mapping[str, Any]) -> Choice:

@@ -136,6 +136,9 @@ def _plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise ConfigurationError(
             f"--html {options.html}: expected a file in a folder that exists: make the folder first"
         )
+    from stratagem_extras.planner.choices import check_names
+
+    check_names(options.strategy)
     planner = _planner(options)
     planned = _planned(planner, options, options.strategy, options.devices, expand=True)
     if options.html is not None:

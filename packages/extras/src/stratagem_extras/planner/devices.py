@@ -154,8 +154,14 @@ def with_figures(device: Device, figures: Mapping[str, float]) -> Device:
         100000000000.0
     """
     for name, value in figures.items():
+        if name not in _FIGURES:
+            near = nearest_of(name, _FIGURES)
+            raise ConfigurationError(
+                f"figures has {name!r}: expected 'flops', 'link' or 'network'"
+                + (f"; did you mean {near!r}?" if near else "")
+            )
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if name not in _FIGURES or not is_number or not 0 < value < float("inf"):
+        if not is_number or not 0 < value < float("inf"):
             raise ConfigurationError(
                 f"figures has {name!r}: {value!r}: expected a number above 0 for 'flops', "
                 "operations a second in bfloat16, or for 'link' or 'network', bytes a second to "

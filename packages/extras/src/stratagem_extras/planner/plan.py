@@ -19,15 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from stratagem.accelerators import CPUAccelerator
 from stratagem.discovery import StrategySpec, get_registry
-from stratagem.errors import ConfigurationError, format_names, format_text
+from stratagem.errors import ConfigurationError, UserCodeError, format_names, format_text
 from stratagem.strategies import ActivationCheckpointing, Components, StepMemory, Strategy
 from stratagem_extras.planner.choices import (
     Choice,
     SizesJob,
     candidates,
+    check_names,
     class_of,
     installed_choices,
     named_choices,
@@ -272,6 +274,7 @@ def plan_memory(
         >>> [row.name for row in plan.strategies if row.fits], plan.parameters
         (['ddp', 'fsdp'], 1001000)
     """
+    check_names(strategies)
     planner = Planner(
         model,
         batch,
@@ -537,10 +540,22 @@ class Planner:
             self.workload.micro_batches,
             self.model.model,
             self.modules,
+            self._converted(),
             named,
             partial(self._moments_of, choice, machines, divide),
             partial(self._refusal_of, choice, machines),
         )
+
+    def _converted(self) -> int:
+        """Return the bytes of the tensors of a batch that the precision makes anew."""
+        convert = build_components(1, 1, self.precision).precision.input_converter()
+        if convert is None:
+            return 0
+        with self.model.mode:
+            batch = self.workload.batch()
+            given = set(map(id, tree_leaves(batch)))
+            made = [leaf for leaf in tree_leaves(convert(batch)) if id(leaf) not in given]
+        return sum(t.numel() * t.element_size() for t in made if isinstance(t, Tensor))
 
     def _refusal_of(
         self,
@@ -712,7 +727,7 @@ class Planner:
                 waits = share(self.workload.micro_batches)
                 made = row(strategy, by_phase(moments), how)
                 return replace(made, ranks_of_batch=sharing, waits=waits)
-        except ConfigurationError as error:
+        except (ConfigurationError, UserCodeError) as error:
             return PlannedStrategy(spec.name, alike, why_not=format_text(str(error), 400))
         # Strategies that need real tensors, such as DistributedDataParallel, are computed instead.
         except Exception as error:

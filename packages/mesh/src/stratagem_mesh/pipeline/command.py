@@ -31,13 +31,12 @@ def run(arguments: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     virtual = options.virtual_stages or (2 if options.schedule == "interleaved" else 1)
+    schedule = options.schedule or ("interleaved" if virtual > 1 else "1f1b")
     output: Path | None = options.output
     if output is not None and output.suffix != ".svg":
         parser.error(f"expected a path that ends with .svg, received --output {output}")
     try:
-        drawing = ScheduleDrawing(
-            options.schedule, options.pipeline, virtual, options.micro_batches
-        )
+        drawing = ScheduleDrawing(schedule, options.pipeline, virtual, options.micro_batches)
     except ConfigurationError as error:
         parser.error(str(error))
     lines = [drawing.title, *drawing.words]
@@ -65,7 +64,11 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="the number of micro-batches of a step: accumulate_grad_batches",
     )
-    add("--schedule", choices=SCHEDULES, default="1f1b", help="the order of the passes; 1f1b")
+    add(
+        "--schedule",
+        choices=SCHEDULES,
+        help="the order of the passes; interleaved with several --virtual-stages, otherwise 1f1b",
+    )
     add(
         "--virtual-stages",
         metavar="N",

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from stratagem.errors import ConfigurationError
-from stratagem_mesh.pipeline.dry_run import DryRun, unchanged
+from stratagem_mesh.pipeline.dry_run import DependentError, DryRun, unchanged
 from stratagem_mesh.pipeline.redirection import redirected
 from stratagem_mesh.pipeline.skeletons import Skeletons, only_shapes
 from stratagem_mesh.pipeline.values import Stages
@@ -289,6 +289,8 @@ def measure(model: nn.Module, units: Mapping[str, nn.Module], example: Any = Non
         return Measured(list(units), weights)
     try:
         run = _run(model, units, calls)
+    except DependentError:  # the dry run of a step says where, if stages have not run
+        return Measured(list(units), weights)
     except Exception as error:
         if example is None:  # its own example, which may be of another use of the model
             return Measured(list(units), weights)

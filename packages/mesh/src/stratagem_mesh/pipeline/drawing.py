@@ -71,7 +71,7 @@ class ScheduleDrawing:
             In flight at most, from the first rank to the last: 4, 3, 2, 1 micro-batches.
         """
         step = self.step()
-        held = ", ".join(f"{number / self.virtual_stages:g}" for number in step.in_flight)
+        held = ", ".join(f"{round(number / self.virtual_stages, 2):g}" for number in step.in_flight)
         return (
             f"A step takes {round(step.time, 6):g} forward passes of a rank; ranks wait for "
             f"{step.bubble:.1%} of the time (the bubble).",

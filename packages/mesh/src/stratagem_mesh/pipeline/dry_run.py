@@ -211,6 +211,8 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._time += 1
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         inputs = tuple(dict.fromkeys(node for leaf in given for node in self.nodes(leaf)))
+        if inputs and _reads(function, given):  # a simulation of a step would return a value
+            raise DependentError(str(function))
         written = list(_written(function, args, kwargs))
         for tensor in written:
             self._keep(tensor)
@@ -544,6 +546,13 @@ class _Inside(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, Tensor) and leaf not in self._run._nodes:
                 self._run._nodes[leaf] = self._node
         return output
+
+
+def _reads(function: Any, given: Iterable[Tensor]) -> bool:
+    """Whether an operation returns values of tensors that have none."""
+    return torch.Tag.data_dependent_output in function.tags and any(
+        isinstance(tensor, FakeTensor) and tensor.constant is None for tensor in given
+    )
 
 
 def _meta(tensor: Tensor) -> Meta:

@@ -11,8 +11,7 @@ from torch import nn
 
 from stratagem.errors import ConfigurationError
 from stratagem_mesh.expert.modules import find_experts
-from stratagem_mesh.pipeline.cuts import Measured, check_stages
-from stratagem_mesh.pipeline.cuts import measure as measure_units
+from stratagem_mesh.pipeline.cuts import Measured, check_stages, measure as measure_units
 from stratagem_mesh.planning.options import Option, choose, options_of
 from stratagem_mesh.planning.profile import Memory, Probe, Profile, Shape, Shapes, most_held
 from stratagem_mesh.planning.reasons import Reasons
@@ -40,6 +39,8 @@ class Job(Protocol):
     model: nn.Module
     """Without values."""
     parts: Sequence[Part]
+    converted: int
+    """Bytes of the tensors of a micro-batch that the precision converts, afterwards."""
     named: Sequence[Mapping[str, Any]]
     """Arguments that the user names, whose time is compared with that of the proposals."""
 
@@ -201,6 +202,7 @@ def measure(job: Job) -> tuple[Profile, Limits]:
         job.micro_batches,
         shapes,
         partial(stages_of, job.model, job.parts, measured=_measured(job) if stages else None),
+        job.converted,
     )
     return profile, Limits(refused, heads, experts, stages)
 

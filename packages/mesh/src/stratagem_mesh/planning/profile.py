@@ -188,6 +188,8 @@ class Profile:
         micro_batches: of a step.
         shapes: of the parameters.
         divide: returns the stages of a pipeline, by their number.
+        converted: bytes of the tensors of a micro-batch that the precision converts. A pipeline
+            converts those of all micro-batches at the beginning of a step.
     """
 
     base: Probe
@@ -196,6 +198,7 @@ class Profile:
     micro_batches: int = 1
     shapes: Shapes = field(default_factory=lambda: Shapes(()))
     divide: Callable[[int], Sequence[Stage]] = lambda count: ()
+    converted: int = 0
 
     def __post_init__(self) -> None:
         moments = Moments(self.base.moments, [part.name for part in self.parts])
@@ -351,6 +354,7 @@ class Profile:
         received = stage.received / sizes.context
         shards = sizes.shards / self.shapes.excess(sizes)
         share = stage.sharded + stage.whole * shards
+        inputs = (self.micro_batches - 1) * self.converted  # the model's own step has one
         step, gathered = moments["step"], parameters * (sizes.world > sizes.pipeline)
         state = {part: step[part] * share for part in STATE}
         found = [
@@ -370,7 +374,10 @@ class Profile:
                     "accumulated": moment["accumulated"] * stage.parameters,
                     "gathered": gathered * stage.sharded,
                     "communication": gathered * stage.largest,
-                    "working": working + (in_flight - is_among) * own + in_flight * received,
+                    "working": working
+                    + inputs
+                    + (in_flight - is_among) * own
+                    + in_flight * received,
                 }
             )
         return _named(max(found, key=total), in_flight * (own + received))
