@@ -448,7 +448,8 @@ def test_an_error_that_an_earlier_check_expected_is_not_taken_for_the_cause(
     outcomes[first].judge("state/other model")  # which ends in an error, as it has to
     text = said(outcomes[second], "life/pickled")
     assert "rank(s) 0 returned nothing, rank(s) 1 did" in text
-    assert "rank 0 raised RankFailedError: rank 1 of 2 failed with exit code 71" in text
+    assert re.search(r"rank 0 raised RankFailedError: rank 0: .* in __getstate__ ", text)
+    assert "rank 1 of 2 failed with exit code 71" in text
     assert "CheckpointMismatchError" not in text
 
 
