@@ -189,7 +189,7 @@ class Profile:
         shapes: of the parameters.
         divide: returns the stages of a pipeline, by their number.
         converted: bytes of the tensors of a micro-batch that the precision converts. A pipeline
-            converts those of all micro-batches at the beginning of a step.
+            converts the tensors of all micro-batches at the beginning of a step.
     """
 
     base: Probe

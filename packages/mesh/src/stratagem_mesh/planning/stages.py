@@ -88,7 +88,7 @@ def stages_of(
         model: the model, without values.
         parts: its parts in the order of calls; at least as many with parameters as stages.
         count: the number of stages.
-        measured: the units by whose costs training divides the model; None: the parts.
+        measured: the units with the costs of training; None: the parts and their operations.
 
     Example:
         >>> from types import SimpleNamespace as Row
