@@ -367,6 +367,18 @@ def test_a_plan_and_a_pipeline_have_equal_stages() -> None:
         assert starts == ["0", *cuts]
 
 
+def test_proposals_have_the_stages_of_training_where_a_plan_counts_other_operations() -> None:
+    """As the planner does of experts, whose tokens a run without values cannot count."""
+    parts = rows()
+    for part in parts[1:9]:
+        part.flops *= 4
+    job = OfBlocks(num_nodes=4, usable=30 * GIB, parts=parts, refused=NO_CONTEXT)
+    profile, _ = measure(job)
+    for count in (2, 4):
+        names = [parts[stage.parts.start].name for stage in profile.stages(count)]
+        assert names == ["embedding", *find_stages(job.model, count).cuts]
+
+
 def test_a_pipeline_holds_the_converted_inputs_of_all_micro_batches() -> None:
     sizes = Sizes(pipeline=4, shard=8)
     options: dict[str, Any] = {"num_nodes": 4, "micro_batches": 8, "refused": NO_CONTEXT}

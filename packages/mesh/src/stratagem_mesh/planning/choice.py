@@ -11,6 +11,7 @@ from torch import nn
 
 from stratagem.errors import ConfigurationError
 from stratagem_mesh.expert.modules import find_experts
+from stratagem_mesh.pipeline.cuts import Measured, check_stages, measure as measure_units
 from stratagem_mesh.planning.options import Option, choose, options_of
 from stratagem_mesh.planning.profile import Memory, Probe, Profile, Shape, Shapes, most_held
 from stratagem_mesh.planning.reasons import Reasons
@@ -200,7 +201,7 @@ def measure(job: Job) -> tuple[Profile, Limits]:
         job.parts,
         job.micro_batches,
         shapes,
-        partial(stages_of, job.model, job.parts),
+        partial(stages_of, job.model, job.parts, measured=_measured(job) if stages else None),
         job.converted,
     )
     return profile, Limits(refused, heads, experts, stages)
@@ -221,6 +222,12 @@ def _most_stages(job: Job, nodes: int) -> tuple[int, str]:
     if why_not := job.refusal({"pipeline": 2}, job.devices, nodes):
         return 0, why_not
     return min(blocks, job.micro_batches), ""
+
+
+def _measured(job: Job) -> Measured | None:
+    """Return the costs by which training divides the model; None: its stages are of other parts."""
+    units = check_stages(job.model, 1)
+    return measure_units(job.model, units) if units.keys() <= {p.name for p in job.parts} else None
 
 
 def _shapes(model: nn.Module) -> Shapes:
