@@ -108,8 +108,11 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|")
     for schedule, virtual in CASES:
-        times = [[each / virtual] * count * virtual for each in (forward, 2 * forward)]
-        bound = timeline(actions(schedule, count, virtual, micro_batches), *times).time
+        forwards, backwards = (
+            [each / virtual] * count * virtual for each in (forward, 2 * forward)
+        )
+        orders = actions(schedule, count, virtual, micro_batches)
+        bound = timeline(orders, forwards, backwards).time
         strategy = MeshStrategy(
             pipeline=count, schedule=schedule, virtual_stages=virtual, launcher="fork"
         )
