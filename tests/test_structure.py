@@ -15,14 +15,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/src"))
 
-MOST_LINES = 20_789
+MOST_LINES = 20_794
 MOST_FILES = 13
 MOST_FILLER = 0.06
 MOST_FILLER_OF_ARGS = 0.02
 MOST_FILLER_OF_COMMENTS = 0.01
 MOST_FILLER_OF_TEST_NAMES = 0.01
 MOST_FILES_OF_CORE = 175
-MOST_BROUGHT_ALONG = {"import of Lite": 8_761, "fit of a Trainer": 18_800}
+MOST_BROUGHT_ALONG = {"import of Lite": 8_766, "fit of a Trainer": 18_800}
 
 
 def load_structure() -> ModuleType:

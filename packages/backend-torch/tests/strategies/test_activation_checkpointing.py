@@ -12,6 +12,7 @@ from fixtures import run_file
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 from stratagem import Lite, Module, Trainer
 from stratagem.errors import ConfigurationError, UserCodeError
@@ -225,3 +226,37 @@ def test_lite_takes_it_in_its_step_options() -> None:
         lite.backward(loss)
     assert counted.products == 4
     assert counted.draws == 4
+
+
+class Stacked(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
+        self.head = nn.Linear(8, 1)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss: Tensor = self.head(self.body(batch)).square().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of torch's compiler
+def test_layers_that_are_repeated_are_compiled_within_a_module() -> None:
+    def losses(**options: Any) -> Tensor:
+        model = Stacked()
+        data: Any = torch.ones(8, 8)
+        trainer = Trainer(
+            **{"accelerator": "cpu", "max_epochs": 1, "enable_progress_bar": False, **options},
+            logger=False,
+            enable_checkpointing=False,
+        )
+        trainer.fit(model, DataLoader(data, 2))
+        return torch.stack(model.losses)
+
+    both = losses(activation_checkpointing=True, compile={"backend": "aot_eager"})
+    torch.testing.assert_close(both, losses())

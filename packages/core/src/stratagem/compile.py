@@ -77,7 +77,8 @@ def parts_to_compile(model: nn.Module, groups: Collection[nn.Module] = ()) -> li
     These are the model and its children with parameters, because the user's code may call any of
     them. A ModuleList or ModuleDict is replaced by its elements. A module that is called within
     another becomes a part of the other's graph. If the strategy has split the model into groups,
-    only the groups are compiled, since their hooks would break larger graphs.
+    only the groups are compiled, since their hooks would break larger graphs. With activation
+    checkpointing, the repeated modules are compiled in place of modules around them.
 
     Args:
         model: the user's model.
@@ -90,9 +91,17 @@ def parts_to_compile(model: nn.Module, groups: Collection[nn.Module] = ()) -> li
     """
     if groups:
         chosen = set(groups)
-        return [g for g in groups if not any(m in chosen for m in g.modules() if m is not g)]
-    own = [model] if _has_forward(model) else []
-    return own + list(dict.fromkeys(_children(model)))
+        parts = [g for g in groups if not any(m in chosen for m in g.modules() if m is not g)]
+    else:
+        parts = [model] if _has_forward(model) else []
+        parts += _children(model)
+    return list(dict.fromkeys(each for part in parts for each in _repeated(part) or [part]))
+
+
+def _repeated(part: nn.Module) -> list[nn.Module]:
+    """Return the modules inside of a part whose activations are computed again."""
+    inside = (each for each in part.modules() if each is not part)
+    return [each for each in inside if hasattr(each.__dict__.get("forward"), "forward_to_repeat")]
 
 
 def _children(part: nn.Module) -> Iterator[nn.Module]:
