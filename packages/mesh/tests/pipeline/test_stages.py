@@ -313,6 +313,30 @@ def _square(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
+def test_a_cut_inside_of_a_call_that_user_code_repeats_is_refused() -> None:
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = linears(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = checkpoint(self.layers, x, use_reentrant=False)
+            return made
+
+    model, batch = Repeated(), torch.randn(2, 4)
+    staged = StagedModel(model, find_stages(model, 2, ["layers.1"]))
+    program = staged.program(partial(_square, model, batch), batch, trains=True)
+    staged.drop_absent([1])
+    received = {value: torch.zeros(value.shape) for value in program.reads(1)}
+    loss, _, _ = staged.forward(program, 1, received, partial(_square, model, batch))
+    message = (
+        "a module around 'layers.0' of stage 0 is computed again in backward on a stage that has "
+        "not all of it: expected cuts between modules with activation checkpointing"
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        loss.backward()
+
+
 def test_activation_checkpointing_around_units() -> None:
     torch.manual_seed(0)
     model = Checkpointed().double()
@@ -562,6 +586,12 @@ class Locked(nn.Module):
         vars(self.two)["lock"] = threading.Lock()
 
 
+def repeated_blocks() -> nn.Sequential:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)])
+    apply_activation_checkpointing(model, True)
+    return model
+
+
 @pytest.mark.parametrize(
     ("find", "message"),
     [
@@ -588,6 +618,15 @@ class Locked(nn.Module):
         (
             lambda: find_stages(nn.Sequential(nn.Linear(4, 4), linears(3)), 3, ["1", "1.1"]),
             "pipeline_cuts has '1' and '1.1' inside of it: a stage begins with a whole module",
+        ),
+        (
+            lambda: find_stages(repeated_blocks(), 2, ["1.1"]),
+            "pipeline_cuts has '1.1' inside of '1', whose activations are computed again in "
+            "backward, as a whole: expected a cut between such modules, or activation_checkpoint",
+        ),
+        (
+            lambda: find_stages(repeated_blocks(), 4),
+            r"4 stages, but Sequential has 2 module\(s\) with parameters to divide between them",
         ),
         (
             lambda: find_stages(linears(4), 2, ["0"]),

@@ -297,7 +297,7 @@ REFUSED: dict[str, Callable[[dict[str, Any]], bool]] = {
     "sequence_parallel": lambda drawn: (
         has_odd_heads(drawn) and drawn["sequence"] and not drawn["plan"]
     ),
-    "automatic_optimization=False": lambda drawn: has_stages(drawn) and drawn["manual"],
+    "automatic_optimization = False": lambda drawn: has_stages(drawn) and drawn["manual"],
     "module(s) with parameters to divide": has_few_units,
     "was run on tensors without values": lambda drawn: (
         has_tensor(drawn) and drawn["model"] == "experts" and not drawn["plan"]

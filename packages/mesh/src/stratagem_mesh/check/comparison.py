@@ -144,7 +144,7 @@ def _on_mesh(lite: Lite, subject: Subject, folder: Path) -> None:
             named = {whole.get(name, name): tensor for name, tensor in tensors.items()}
             save_pieces(folder, rank, what, named, lacks)
 
-        parts = strategy.roots(user_module(made.model.module)) if strategy.pipeline > 1 else None
+        parts = strategy.units(user_module(made.model.module)) if strategy.pipeline > 1 else None
         outputs = Outputs(made.model, parts if is_owner(lite.ranks) else ())
         found = _step(lite, subject, made, count, outputs, keep)
         lite.save(folder / "saved.ckpt", {"model": made.model, "optimizer": made.optimizer})

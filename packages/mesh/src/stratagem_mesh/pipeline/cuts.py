@@ -146,6 +146,14 @@ def _check_cuts(model: nn.Module, count: int, cuts: Sequence[str]) -> None:
                 f"pipeline_cuts has {name!r}, a {type(modules[name]).__name__} without parameters: "
                 "expected the first module with parameters of a stage"
             )
+        ends = [end for end, sign in enumerate(name) if sign == "."]
+        outer = next((name[:end] for end in ends if _is_repeated(modules[name[:end]])), None)
+        if outer is not None:
+            raise ConfigurationError(
+                f"pipeline_cuts has {name!r} inside of {outer!r}, whose activations are computed "
+                "again in backward, as a whole: expected a cut between such modules, or "
+                "activation_checkpointing of smaller ones"
+            )
         inner = next((one for one in cuts if one.startswith(f"{name}.")), None)
         if inner is not None:
             raise ConfigurationError(
@@ -176,12 +184,13 @@ def _units_of(model: nn.Module, cuts: Sequence[str]) -> dict[str, nn.Module]:
 
 
 def _divisible(model: nn.Module, count: int, series: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the elements of the series and the modules around; or their parts, if too few."""
+    """Return the elements of the series and the modules around; or parts of those, if too few."""
     split = [f"{name}.0" for name in series]
     while len(units := _units_of(model, split)) < count:
         inner = [
             f"{name}.{key}"
             for name, unit in units.items()
+            if name.rpartition(".")[0] not in series and not _is_repeated(unit)
             for key, part in unit.named_children()
             if _has_state(part)
         ]
@@ -189,6 +198,11 @@ def _divisible(model: nn.Module, count: int, series: Sequence[str]) -> dict[str,
             break
         split += inner
     return units
+
+
+def _is_repeated(module: nn.Module) -> bool:
+    """Whether a module is called again in backward, which needs all of it on one stage."""
+    return hasattr(module.__dict__.get("forward"), "forward_to_repeat")
 
 
 def _has_state(module: nn.Module) -> bool:

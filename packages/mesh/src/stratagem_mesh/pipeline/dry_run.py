@@ -626,6 +626,15 @@ def place_of_user_code() -> str:
     return "user code"
 
 
+def is_repetition() -> bool:
+    """Whether torch's activation checkpointing computes something again."""
+    return any(
+        frame.f_code.co_name == "recompute_fn"
+        and frame.f_code.co_filename.endswith("torch/utils/checkpoint.py")
+        for frame in _frames()
+    )
+
+
 def _is_checkpointed(unit: str) -> bool:
     """Whether user code calls a unit within torch's activation checkpointing.
 

@@ -24,6 +24,7 @@ from stratagem_mesh.pipeline.dry_run import (
     State,
     UnitCall,
     attributes_of,
+    is_repetition,
     unchanged,
 )
 from stratagem_mesh.pipeline.objects import flatten, is_object, leaves_of, tensors_in, unflatten
@@ -118,6 +119,13 @@ class StagedModel:
         if self._may_evaluate(unit):
             return self._evaluated(name, unit, call, args, kwargs)
         if self._stages.units[name] not in self._own and self._is_absent(unit):
+            if is_repetition():
+                raise ConfigurationError(
+                    f"a module around {name!r} of stage {self._stages.units[name]} is computed "
+                    "again in backward on a stage that has not all of it: expected cuts between "
+                    "modules with activation checkpointing (pipeline_cuts), or checkpointing of "
+                    "smaller modules"
+                )
             raise UserCodeError(
                 f"the module {name!r} of stage {self._stages.units[name]} was called in training "
                 "mode, with gradients, outside of a training step, on a rank that does not have "

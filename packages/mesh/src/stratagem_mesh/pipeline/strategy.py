@@ -187,6 +187,10 @@ class PipelineMesh(MeshStrategy):
     def _units(self) -> Mapping[str, int] | None:
         return None if self._building is None else self._building.stages.units
 
+    def units(self, module: nn.Module) -> list[nn.Module]:
+        """Return the modules of the stages of this rank that have parameters."""
+        return self._of(module).units()
+
     def roots(self, module: nn.Module) -> list[nn.Module]:
         """Return the units of the stages of this rank, each of which is sharded by itself."""
         return self._of(module).roots()
