@@ -236,7 +236,7 @@ class Stacked(Module):
         self.head = nn.Linear(8, 1)
         self.losses: list[Tensor] = []
 
-    def training_step(self, batch: Tensor) -> Tensor:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.head(self.body(batch)).square().mean()
         self.losses.append(loss.detach())
         return loss
