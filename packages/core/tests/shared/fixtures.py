@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -82,6 +84,17 @@ def zygote() -> Zygote:
     """Return the process that scripts are forked from."""
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
     return Zygote({**environment, "OMP_NUM_THREADS": "1"})
+
+
+def load_script(path: Path) -> ModuleType:
+    """Import a script by its path, under the name of its file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def run_python(

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from fixtures import load_script
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -29,20 +27,10 @@ from stratagem.strategies import (
 from stratagem_mesh.pipeline.cuts import find_stages
 from stratagem_mesh.pipeline.staged_model import StagedModel, StageEnd
 
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
-def load(name: str) -> ModuleType:
-    path = Path(__file__).parents[1] / "scripts" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-in_turn = load("pipeline_in_turn")
-models = load("pipeline_models")
+in_turn = load_script(SCRIPTS / "pipeline_in_turn.py")
+models = load_script(SCRIPTS / "pipeline_models.py")
 
 CUTS: dict[str, list[list[str]]] = {
     "residual": [["blocks.1"], ["blocks.0", "blocks.2", "head"]],

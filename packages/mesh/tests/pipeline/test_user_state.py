@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fixtures import run_file
+from fixtures import load_script, run_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -26,18 +24,8 @@ from stratagem_mesh.pipeline.cuts import divided_copies, find_stages
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-in_turn = load("pipeline_in_turn")
-user_state = load("pipeline_user_state")
+in_turn = load_script(SCRIPTS / "pipeline_in_turn.py")
+user_state = load_script(SCRIPTS / "pipeline_user_state.py")
 
 needs_fields = pytest.mark.skipif(
     torch.__version__ < (2, 13),  # type: ignore[operator]
@@ -95,6 +83,9 @@ def test_tensors_of_dataclasses_cross() -> None:
     model, batch = OfObjects(Hidden).double(), torch.randn(2, 4).double()
     in_turn.compare(model, square, batch, 2, ["layers.2"])
     in_turn.compare(model, square, batch, 4, ["layers.1", "layers.2", "layers.3"], virtual=2)
+    for program in programs(model, "layers.2"):
+        assert [value.key[1] for value in program.values] == ["layers.1", "layers.1"]
+        assert sorted(value.shape for value in program.values) == [(), (2, 4)]
 
 
 class Aux(nn.Module):
@@ -210,6 +201,8 @@ def test_a_hook_that_changes_an_output_runs_once() -> None:
         model[1].register_forward_hook(hook)
         in_turn.compare(model.double(), square, batch, 2, ["2"])
         in_turn.compare(model.double(), square, batch, 3, ["1", "2"])
+        for program in programs(model, "2"):
+            assert [value.key[:2] for value in program.values] == [("output", "1")]
 
 
 # -- state of user code

@@ -224,11 +224,11 @@ class _Analysis:
                     value = Value(key, call.stage, of_value, shape, dtype, learns)
                     values.append(value)
                     run.outputs.setdefault(place, []).append((index, value))
-        later = [call.time for call in self._run.calls if call.stage > 0]
-        drawn = self._run.drawn
-        after_cut = bool(later) and any(time > later[0] for time in drawn)
-        is_mixed = after_cut and any(time < later[0] for time in drawn)
-        return Program(tuple(values), bool(drawn), after_cut, is_mixed, run=run)
+        later = (call.time for call in self._run.calls if call.stage > 0)
+        cut = min(later, default=self._run._time + 1)
+        before = any(time < cut for time in self._run.drawn)
+        after = any(time > cut for time in self._run.drawn)
+        return Program(tuple(values), before, after, run=run)
 
     def _add_argument(self, run: Run, argument: _Argument) -> Value:
         first = next(iter(argument.leaves))

@@ -237,10 +237,7 @@ class Pipeline:
                 self._compare(program)
                 work.programs.append(program)
             ranks, programs = self._ranks, work.programs
-            seeds = any(
-                program.draws_on_both or (program.draws and self._virtual > 1)
-                for program in programs
-            )
+            seeds = any(self._draws_unequally(program) for program in programs)
             self._streams.begin_step(ranks.device, seeds=seeds)
             self._reduce(False)
             run_schedule(self._orders(len(opened)), programs, work, self._transfers)
@@ -280,6 +277,11 @@ class Pipeline:
                 "rank of a pipeline. Leave out branches on the rank, such as `if "
                 "trainer.is_global_zero`, and hooks that some ranks have"
             )
+
+    def _draws_unequally(self, program: Program) -> bool:
+        """Whether runs of user code for one micro-batch would draw other random numbers."""
+        before, after = program.draws_before_cut, program.draws_after_cut
+        return (before and after) or (self._virtual > 1 and (before or after))
 
     def _share_state(self, programs: Sequence[Program]) -> None:
         """Give all stages the state that user code has set on the last one, such as a buffer."""

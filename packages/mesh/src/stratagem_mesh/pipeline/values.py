@@ -43,10 +43,9 @@ class Program:
     Attributes:
         values: the values, in the order of their computation.
         state: the attributes that user code sets from values of stages; see `State`.
-        draws: whether user code draws random numbers.
-        draws_after_cut: whether it does so after the first call of a unit that is not in stage 0.
-            Stages that end before do not draw them.
-        draws_on_both: whether it draws before that, too.
+        draws_before_cut: whether user code draws random numbers before the first call of a unit
+            that is not in stage 0.
+        draws_after_cut: whether it draws numbers later. Stages that end before do not draw them.
         run: notes of StagedModel for its runs.
 
     Example:
@@ -57,9 +56,8 @@ class Program:
     """
 
     values: tuple[Value, ...]
-    draws: bool = False
+    draws_before_cut: bool = False
     draws_after_cut: bool = False
-    draws_on_both: bool = False
     state: tuple[Any, ...] = ()
     run: Any = field(default=None, repr=False)
 
